@@ -8,9 +8,9 @@ ln(50257) = 10.8.
 
 The model differs from GPT-2 in four ways. It has no dropout, because one pass over a large corpus
 needs none. Until rung 1, embedding and output layer are separate matrices, so it has 163M
-parameters. Until rung 4, residual projections are not scaled. Position embeddings start with a
-standard deviation of 0.02, not 0.01. As in GPT-3's training, tokens attend across document
-boundaries.
+parameters. Until rung 4, the projections that write into the residual stream are initialized like
+all other layers, not with smaller weights. Position embeddings start with a standard deviation of
+0.02, not 0.01. As in GPT-3's training, tokens attend across document boundaries.
 
 Sources: Radford et al. 2019 (GPT-2); Vaswani et al. 2017; Karpathy's lecture and build-nanogpt.
 """
@@ -69,7 +69,7 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    tied: bool = False  # saved with the model, so that rung 1 refuses its two matrices
+    tied: bool = False  # stored with the model; rung 1 has no such field, so it rejects the file
 
 
 def model_config(args, vocab_size):
@@ -238,7 +238,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -290,7 +290,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -314,11 +314,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -337,7 +337,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

@@ -4,17 +4,17 @@
     python ddp_run.py  # without torchrun: rung 10
 
 torchrun starts one process per GPU, called a rank. DDP copies rank 0's weights to all ranks, and
-each rank takes its own B sequences. While the backward pass is still working on the first layers,
-DDP already averages the last layers' gradients over all ranks. So every rank makes the same
-optimizer step and keeps the same weights, and N ranks with batch B compute what one process
-computes with batch N*B.
+each rank takes its own B sequences. DDP averages the gradients over all ranks, and begins with the
+last layers' while the backward pass is still working on the first. With the same averages, every
+rank takes the same optimizer step and keeps the same weights, and N ranks with batch B compute what
+one process computes with batch N*B.
 
 Gain: up to N times the tokens per second, if the link between the GPUs is fast enough.
-Cost: in every step each rank sends the gradients of all parameters, at 4 bytes each: with 2 ranks
-each gradient once, with many ranks almost twice. Gradients travel in buckets of many tensors, and
-are views of these buckets, so they are stored only once. DDP wraps the model before torch.compile,
-so that the compiler knows where the buckets end. CUDA graphs do not work under DDP (pytorch issue
-169545).
+Cost: in every step, each rank sends the gradients of all parameters, at 4 bytes each. With 2 ranks
+it sends each gradient once; with many ranks, almost twice. Gradients travel in buckets of many
+tensors, and are views of these buckets, so they are stored only once. DDP wraps the model before
+torch.compile, so that the compiler knows where the buckets end. CUDA graphs do not work under DDP
+(pytorch issue 169545).
 In the log, tokens/sec counts all ranks, and the loss is their mean.
 
 Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training";
@@ -201,7 +201,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -215,7 +215,7 @@ class GPT(nn.Module):
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # fused: one pass through memory instead of about ten a tensor; the betas are rung 8's
+        # fused: one pass over each tensor instead of about ten; the betas are rung 8's
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True)
 
@@ -242,7 +242,7 @@ class DataLoaderLite:
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
-    """The learning rate of a step, which is from 1 to max_steps."""
+    """The learning rate for `step`, which counts from 1 to max_steps."""
     if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
         return max_lr * step / warmup_steps
     # then ever smaller steps, so that the loss can settle
@@ -323,9 +323,9 @@ def train(args):
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
     step_model = model  # the compiled version will share its weights; we save `model`
     if dist.is_initialized():
-        # backward() will also average the gradients over the ranks, so that their weights stay the
-        # same; it leaves them as views of the buckets in which they travel, not as copies. Buffers
-        # of a model never change here, so they are not sent.
+        # backward() will also average the gradients over the ranks, so that all ranks keep the same
+        # weights. The gradients stay views of the buckets they travel in, and are not copied out.
+        # The model's buffers never change here, so DDP need not send them.
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
@@ -346,7 +346,7 @@ def train(args):
         with autocast:
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+        scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
         # without clipping, one odd batch would dominate the running averages for many steps
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
         scaler.step(optimizer)
@@ -368,7 +368,7 @@ def train(args):
         time.sleep(0.5)  # so that gloo's threads end: one that outlives Python aborts the process
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -420,7 +420,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -444,11 +444,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -467,7 +467,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

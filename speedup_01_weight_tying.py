@@ -7,10 +7,10 @@ similar rows in both, so GPT-2 uses one matrix for both.
 
 Gain: 50257 * 768 = 38.6M fewer parameters (163.0M -> 124.4M). Weights, gradients and AdamW's two
 moments (running means of the gradient and of its square) then need less memory. On an H100 the peak
-falls by 0.46 GB, from 31.37 GB. That is 12 bytes for each of these parameters: its weight and its
-moments. The gradient's 4 bytes do not show, probably because memory peaks before the gradients
-exist. The matrix products stay the same. The optimizer has less to update, but a whole step is not
-significantly faster. Unless stated otherwise, gains in these scripts are measured
+falls by 0.46 GB, from 31.37 GB. That is 12 bytes for each parameter removed: 4 for the weight and 8
+for its two moments. The gradient's 4 bytes do not show, probably because memory peaks before the
+gradients exist. The matrix products stay the same. The optimizer has less to update, but a whole
+step is not significantly faster. Unless stated otherwise, gains in these scripts are measured
 (docs/results.md), and "significant" means p < 0.01.
 Cost: none known at this size. GPT-2 itself was trained this way.
 Beware: `wte.weights = ...` (with an s) raises no error and ties nothing. Check the parameter count
@@ -244,7 +244,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -296,7 +296,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -320,11 +320,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -343,7 +343,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

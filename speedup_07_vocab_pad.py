@@ -197,7 +197,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -301,7 +301,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -353,7 +353,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -377,11 +377,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -400,7 +400,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

@@ -9,12 +9,12 @@ so it adapts sooner when gradients grow or shrink.
 
 2. The clipping. All gradients, taken as one vector, are scaled down to a norm of at most 1.0.
 Without clipping, one batch with huge gradients would dominate the running averages and, through
-them, many later steps. (The batch's own step would do less, because AdamW divides by the gradient's
-own size. Late in a run, one huge gradient moves a weight by at most 0.45 learning rates, which is
-(1 - beta1) / (1 - beta2)^0.5. With torch's betas the factor is 3.2.)
+them, many later steps. (That batch's own step does less harm, because AdamW divides by the
+gradient's size. Late in a run, that step moves a weight by at most (1 - beta1) / (1 - beta2)^0.5 =
+0.45 learning rates; with torch's betas it would be 3.2.)
 
 Gain: a lower loss. After 300 steps of a narrow 12-layer model, it is 0.17 to 0.20 nats lower with
-each of five seeds (p < 0.001, without the seed that chose the learning rates:
+each of five seeds (p < 0.001, leaving out the seed on which we tuned the learning rates:
 experiments/README.md). Clipping alone lowers it by 0.13 to 0.19. The betas alone lower it by 0.08
 to 0.17 with four seeds; with another one, the run stalls. The log gets the gradient norm, the first
 thing to check when a run diverges.
@@ -197,7 +197,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -273,7 +273,7 @@ def train(args):
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
-    # beta2 = 0.95: the average spans 20 steps, not 1000, so it follows the gradients' size sooner
+    # beta2 = 0.95: the average spans 20 steps, not 1000, so it adapts sooner to the gradients' size
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))
     step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
@@ -291,7 +291,7 @@ def train(args):
         with autocast:
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+        scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
         # without clipping, one odd batch would dominate the running averages for many steps
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
         scaler.step(optimizer)
@@ -305,7 +305,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -357,7 +357,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -381,11 +381,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -404,7 +404,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

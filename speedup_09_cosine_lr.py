@@ -4,9 +4,9 @@ This rung changes two settings: the schedule, and its peak. The peak is GPT-3's 
 constant rate of the rungs before. --max-lr 3e-4 shows the effect of the schedule alone.
 
 At the start AdamW's averages contain few gradients and the weights are random, so steps should be
-small. Later, the rate can be higher than would be safe for a whole run. Towards the end, smaller
-steps let the loss settle. So the rate rises linearly to --max-lr over --warmup-steps, then falls
-along half a cosine, and reaches a tenth of --max-lr at the last step.
+small. After that, the rate can be higher than any constant rate that would be safe for a whole run.
+Towards the end, smaller steps let the loss settle. So the rate rises linearly to --max-lr over
+--warmup-steps, then falls along half a cosine, and reaches a tenth of --max-lr at the last step.
 
 Gain: the schedule is meant to reach a lower loss in the same number of steps, in runs that are long
 enough. After 300 steps of a narrow 12-layer model, with each variant at its best rate, the loss was
@@ -196,7 +196,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -226,7 +226,7 @@ class DataLoaderLite:
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
-    """The learning rate of a step, which is from 1 to max_steps."""
+    """The learning rate for `step`, which counts from 1 to max_steps."""
     if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
         return max_lr * step / warmup_steps
     # then ever smaller steps, so that the loss can settle
@@ -282,7 +282,7 @@ def train(args):
 
     loader = DataLoaderLite(args.data, args.B, args.T)
     model = new_model(args, loader).to(device)
-    # beta2 = 0.95: the average spans 20 steps, not 1000, so it follows the gradients' size sooner
+    # beta2 = 0.95: the average spans 20 steps, not 1000, so it adapts sooner to the gradients' size
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.max_lr, betas=(0.9, 0.95))
     step_model = model  # the compiled version will share its weights; we save `model`
     if args.compile_mode != "none":
@@ -303,7 +303,7 @@ def train(args):
         with autocast:
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+        scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
         # without clipping, one odd batch would dominate the running averages for many steps
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
         scaler.step(optimizer)
@@ -317,7 +317,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -369,7 +369,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -393,11 +393,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -416,7 +416,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

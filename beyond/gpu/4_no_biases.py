@@ -63,7 +63,7 @@ def add_flags(parser):
     flag("--device", default=DEVICES[0], help="cuda, mps or cpu; CUDA_VISIBLE_DEVICES picks a GPU")
     flag("--data", type=Path, default="data/tokens", help="folder written by data/prepare.py")
     flag("--log-dir", type=Path, default="logs", help="folder for the log")
-    # without the modes that make their own CUDA graphs of parts of a step
+    # leaves out the modes that would capture CUDA graphs of their own for parts of a step
     flag("--compile-mode", choices=["default", "max-autotune-no-cudagraphs", "none"],
          default="none" if DEVICES[0] == "mps" else "default", help="torch.compile's mode, or none")
     flag("--save", type=Path, help="write the trained model to this file")
@@ -199,7 +199,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -216,7 +216,7 @@ class GPT(nn.Module):
         # A tensor, because kernels read its current value; a Python number would be frozen at
         # capture. capturable=True does the same for AdamW's step count.
         lr = torch.tensor(lr, device=matrices[0].device)
-        # fused: one pass through memory instead of about ten a tensor; the betas are rung 8's
+        # fused: one pass over each tensor instead of about ten; the betas are rung 8's
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True, capturable=True)
 
@@ -243,7 +243,7 @@ class DataLoaderLite:
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
-    """The learning rate of a step, which is from 1 to max_steps."""
+    """The learning rate for `step`, which counts from 1 to max_steps."""
     if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
         return max_lr * step / warmup_steps
     # then ever smaller steps, so that the loss can settle
@@ -284,11 +284,11 @@ def check_compiler(device):
 
 def optimizer_step(model, optimizer, scaler, autocast, x, y):
     """Take one step on a batch; return its loss and the unclipped norm. Nothing here waits."""
-    optimizer.zero_grad()  # to None, so that the recorded backward() overwrites the gradients
+    optimizer.zero_grad()  # sets gradients to None: the recorded backward() then assigns, not adds
     with autocast:
         loss = model(x, y)
     scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
     # without clipping, one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
@@ -391,7 +391,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -443,7 +443,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -467,11 +467,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -490,7 +490,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

@@ -213,7 +213,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -227,7 +227,7 @@ class GPT(nn.Module):
         # biases and LayerNorms: a gain belongs near one, and decay would pull it to zero
         others = [p for p in self.parameters() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        # fused: one pass through memory instead of about ten a tensor; the betas are rung 8's
+        # fused: one pass over each tensor instead of about ten; the betas are rung 8's
         return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
                                  fused=True)
 
@@ -267,7 +267,7 @@ class DataLoaderLite:
 def evaluate(model, loader, n_sequences, autocast, rank, world_size):
     """The mean loss on the first sequences of a loader with B=1, in nats per token.
 
-    The ranks take turns with the sequences.
+    Each of n ranks evaluates every n-th sequence, and an all-reduce adds up their losses.
     """
     total = torch.zeros((), device=loader.device)
     model.eval()
@@ -313,7 +313,7 @@ class Checkpoints:
             self.folder_lock.acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
-        except PermissionError:  # an OSError that says nothing about locks
+        except PermissionError:  # also an OSError, but it does not mean that the drive lacks locks
             raise
         except (OSError, NotImplementedError) as error:  # some network drives have no locks
             print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
@@ -352,14 +352,14 @@ class Checkpoints:
                          " for a new run from it, give --pretrained and another --checkpoint-dir")
 
     def save(self, step, log):
-        """Write a checkpoint and delete all but the newest two. A full disk costs only this one."""
+        """Write a checkpoint; keep the newest two. On a full disk, only this checkpoint is lost."""
         # no data position and no RNG state: all that a step reads or draws follows from its number
         saved = model_file(self.model, self.loader, step)
         # without its moments the first resumed steps would go astray
         saved["optimizer"] = self.optimizer.state_dict()
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
-        # written aside, then renamed, so that no kill leaves half a file under this name
+        # written aside, then renamed, so that being killed leaves no half-written checkpoint
         partial = self.folder / "partial"
         try:
             self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also if it was deleted
@@ -376,7 +376,7 @@ class Checkpoints:
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps):
-    """The learning rate of a step, which is from 1 to max_steps."""
+    """The learning rate for `step`, which counts from 1 to max_steps."""
     if step <= warmup_steps:  # small steps while AdamW's averages hold few gradients
         return max_lr * step / warmup_steps
     # then ever smaller steps, so that the loss can settle
@@ -478,7 +478,7 @@ def batches_per_step(args, world_size):
 
 
 def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
-    """Take one step on the batches `numbers`; return their mean loss and the unclipped norm."""
+    """Take one step on the batches with these numbers; return mean loss and unclipped norm."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
@@ -493,7 +493,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autoca
             scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
-    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
     # without clipping, one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     scaler.step(optimizer)
@@ -522,9 +522,9 @@ def train(args):
     optimizer = model.configure_optimizers(lr=args.max_lr, weight_decay=0.1)
     step_model = model  # the compiled version will share its weights; we save `model`
     if dist.is_initialized():
-        # backward() will also average the gradients over the ranks, so that their weights stay the
-        # same; it leaves them as views of the buckets in which they travel, not as copies. Buffers
-        # of a model never change here, so they are not sent.
+        # backward() will also average the gradients over the ranks, so that all ranks keep the same
+        # weights. The gradients stay views of the buckets they travel in, and are not copied out.
+        # The model's buffers never change here, so DDP need not send them.
         step_model = DDP(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     if args.compile_mode != "none":
         check_compiler(device)
@@ -544,7 +544,7 @@ def train(args):
     if rank == 0:
         log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],
                   append=step > 0, **notes)
-        if step > 0:  # log readers ignore later steps that were logged above this line
+        if step > 0:  # log readers discard what the earlier run logged after this step
             log.line(f"# resumed after step {step} of {args.steps}")
 
     steps_left = range(step + 1, args.steps + 1)
@@ -594,7 +594,7 @@ def train(args):
         time.sleep(0.5)  # so that gloo's threads end: one that outlives Python aborts the process
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -646,7 +646,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -670,11 +670,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -693,7 +693,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

@@ -226,7 +226,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -252,12 +252,12 @@ def orthogonalize(matrices):
     So no direction dominates the update of any of these k matrices.
     """
     if matrices.size(1) > matrices.size(2):
-        return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
+        return orthogonalize(matrices.mT).mT  # so that x @ x.mT is the smaller of the two products
     # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
     # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
-        x = x.half()  # it has the range for what follows, and three more bits than bfloat16
+        x = x.half()  # float16: enough range from here on, three more mantissa bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
     # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
@@ -282,12 +282,12 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
+    BATCH = 16  # matrices per batch; more would take memory without keeping a GPU any busier
 
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
-            return  # set by the gradient scaler, where a float16 gradient has overflowed
+            return  # set by the gradient scaler, if a float16 gradient has overflowed
         [muon] = [group for group in self.param_groups if group["name"] == "muon"]
         of_shape = {}
         for p in muon["params"]:
@@ -353,7 +353,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
-    """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
+    """The learning rate for `step`, from 1 to max_steps; at max_steps + 1 it would reach 0."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
     # The rate stays at its peak until late, because large steps make most progress. But they also
     # keep the weights jumping around the minimum, and the fall ends that.
@@ -439,7 +439,7 @@ def train(args):
         with autocast:
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+        scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
         # without clipping, one odd batch would dominate the running averages for many steps
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
         scaler.step(optimizer)
@@ -459,7 +459,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -511,7 +511,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -535,11 +535,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -558,7 +558,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

@@ -11,8 +11,8 @@ nothing changes.
 Gain: perhaps no search in the wide model. At width 512, we compared the best rates of width 128
 with rates tuned at 512. In this script, using those of width 128 costs 0.005 nats (99 % confidence
 interval: -0.039 to +0.049). In `zero_init` it costs 0.034 (+0.010 to +0.058). The model has two
-layers and trains for 200 steps. Without the seed that chose the rates, four seeds are left, too few
-to claim a gain (experiments/README.md).
+layers and trains for 200 steps. Leaving out the seed on which we tuned the rates, four seeds
+remain, too few to claim a gain (experiments/README.md).
 Cost: none in time or memory. Rates found with `zero_init` at another width must be tuned again. We
 did not test whether they fit a deeper model or a longer run.
 
@@ -49,7 +49,7 @@ if torch.cuda.is_available():
 if torch.mps.is_available():
     DEVICES.insert(0, "mps")
 DEFAULT_B = 1 if DEVICES == ["cpu"] else 4
-BASE_WIDTH = 128  # a model of this width is `zero_init`'s; its learning rates fit wider ones
+BASE_WIDTH = 128  # at this width nothing changes; rates tuned here should fit wider models
 
 
 def add_flags(parser):
@@ -207,7 +207,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, n_rows, bias=False)
         # one parameter (n_rows, n_embd) under two names
         self.transformer.wte.weight = self.lm_head.weight
-        # A logit is a sum of n_embd products; this factor keeps a wider model's logits as small.
+        # A logit is a sum of n_embd products; this factor stops it from growing with the width.
         # As a buffer, it is saved with the model, so that other scripts refuse the file.
         self.register_buffer("logit_scale", torch.tensor(BASE_WIDTH / config.n_embd))
         angles = rotary_angles(config.block_size, config.n_embd // config.n_head)
@@ -241,7 +241,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -267,12 +267,12 @@ def orthogonalize(matrices):
     So no direction dominates the update of any of these k matrices.
     """
     if matrices.size(1) > matrices.size(2):
-        return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
+        return orthogonalize(matrices.mT).mT  # so that x @ x.mT is the smaller of the two products
     # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
     # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
-        x = x.half()  # it has the range for what follows, and three more bits than bfloat16
+        x = x.half()  # float16: enough range from here on, three more mantissa bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
     # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
@@ -299,12 +299,12 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
+    BATCH = 16  # matrices per batch; more would take memory without keeping a GPU any busier
 
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
-            return  # set by the gradient scaler, where a float16 gradient has overflowed
+            return  # set by the gradient scaler, if a float16 gradient has overflowed
         [muon] = [group for group in self.param_groups if group["name"] == "muon"]
         of_shape = {}
         for p in muon["params"]:
@@ -370,7 +370,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
-    """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
+    """The learning rate for `step`, from 1 to max_steps; at max_steps + 1 it would reach 0."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
     # The rate stays at its peak until late, because large steps make most progress. But they also
     # keep the weights jumping around the minimum, and the fall ends that.
@@ -456,7 +456,7 @@ def train(args):
         with autocast:
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+        scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
         # without clipping, one odd batch would dominate the running averages for many steps
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
         scaler.step(optimizer)
@@ -476,7 +476,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -528,7 +528,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -552,11 +552,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -575,7 +575,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

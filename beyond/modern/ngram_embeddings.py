@@ -13,8 +13,8 @@ than that of `frequency_prior`. In a model ten times as large, it is 0.02 lower 
 n-grams recur, and the more of them share a row.
 Cost: two tables of n_rows_hashed * n_embd parameters. For GPT-2 (124M) these are 12.6M parameters,
 or 0.2 GB with gradients and AdamW's moments. In the race, the model has 3.0M parameters instead of
-0.9M, and a step takes 9 % more time. transformers has no such model, so sample.py generates without
-a key-value cache.
+0.9M, and a step takes 9 % more time. The transformers library has no such model, so sample.py
+generates without a key-value cache.
 
 Source: hashed n-grams of 3 to 8 bytes in Pagnoni et al. 2024, "Byte Latent Transformer"; hashed
 pairs of tokens, and the factor 36313, in the NanoGPT speedrun.
@@ -84,7 +84,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     n_hidden: int = 0  # width of the MLP; 0: 8/3 n_embd, rounded up to a multiple of 64
-    n_rows_hashed: int = 8191  # rows per table; a prime, as modulo 8192 only low bits would count
+    n_rows_hashed: int = 8191  # rows per table; prime, since modulo 8192 only low bits would count
 
     def __post_init__(self):
         if self.n_hidden == 0:  # three matrices have as many weights as two with 4 n_embd
@@ -254,7 +254,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x) + self.log_frequency  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -280,12 +280,12 @@ def orthogonalize(matrices):
     So no direction dominates the update of any of these k matrices.
     """
     if matrices.size(1) > matrices.size(2):
-        return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
+        return orthogonalize(matrices.mT).mT  # so that x @ x.mT is the smaller of the two products
     # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
     # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
-        x = x.half()  # it has the range for what follows, and three more bits than bfloat16
+        x = x.half()  # float16: enough range from here on, three more mantissa bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
     # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
@@ -310,12 +310,12 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
+    BATCH = 16  # matrices per batch; more would take memory without keeping a GPU any busier
 
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
-            return  # set by the gradient scaler, where a float16 gradient has overflowed
+            return  # set by the gradient scaler, if a float16 gradient has overflowed
         [muon] = [group for group in self.param_groups if group["name"] == "muon"]
         of_shape = {}
         for p in muon["params"]:
@@ -387,7 +387,7 @@ def evaluate(model, loader, n_sequences, autocast, device):
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
-    """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
+    """The learning rate for `step`, from 1 to max_steps; at max_steps + 1 it would reach 0."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
     # The rate stays at its peak until late, because large steps make most progress. But they also
     # keep the weights jumping around the minimum, and the fall ends that.
@@ -476,7 +476,7 @@ def train(args):
         with autocast:
             loss = step_model(x, y)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+        scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
         # without clipping, one odd batch would dominate the running averages for many steps
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
         scaler.step(optimizer)
@@ -496,7 +496,7 @@ def train(args):
     save_model(args.save, model, loader, step)
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -548,7 +548,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -572,11 +572,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -595,7 +595,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):

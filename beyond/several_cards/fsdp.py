@@ -11,7 +11,8 @@ embedding is also the output layer, so it stays gathered from the first layer to
 `shard` first. The rest of the diff is for code that needs more than a rank's own rows:
 
 - `orthogonalize`: AdamW updates each number alone, but Muon needs whole matrices.
-- `evaluate`: every forward pass gathers parameters, so all ranks must run equally many.
+- `evaluate`: every forward pass gathers parameters, so all ranks must run the same number of
+  forward passes.
 - `compile_parts`: parameters are gathered and freed between blocks, so each block is compiled
   alone.
 - `gather`: a checkpoint is still one file, so rank 0 collects everything.
@@ -244,12 +245,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             target_logits = torch.where(is_target, logits, 0.0).sum(dim=1)  # (chunk,)
             total += (log_sum - target_logits).sum()  # sum of -log(softmax(logits)) at the targets
             if weight_grad is not None:
-                # a token's gradient with respect to its logits: softmax, minus 1 at the target
+                # d loss / d logits of each token: softmax, minus 1 at the target
                 probs = (logits.float() - log_sum[:, None]).exp_()
                 logits_grad = probs.add_(is_target, alpha=-1).to(logits.dtype)
                 x_grad[i : i + chunk] = logits_grad @ weight  # (chunk, n_rows) @ (n_rows, C)
-                # (n_rows, chunk) @ (chunk, C), a sum over the chunk that could overflow float16, so
-                # this computes a 64th of it, and backward() multiplies by 64
+                # (n_rows, chunk) @ (chunk, C). This sum over the chunk could overflow float16, so
+                # compute 1/64 of it; backward() multiplies by 64.
                 weight_grad += logits_grad.T @ (x_part / 64)
         ctx.save_for_backward(x_grad, weight_grad)
         return total / len(x)
@@ -321,7 +322,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, n_rows)
         if targets is None:
             return logits[..., : self.config.vocab_size]  # (B, T, vocab_size)
-        logits = logits.float()  # CUDA's autocast would compute the log-softmax in bfloat16
+        logits = logits.float()  # else F.cross_entropy rounds to bfloat16 under CUDA's autocast
         # masked, not sliced off: rows stay aligned, and padding gets a probability of exp(-inf) = 0
         padding = torch.zeros(logits.size(-1), device=idx.device)  # (n_rows,)
         padding[self.config.vocab_size :] = -torch.inf
@@ -353,12 +354,12 @@ def orthogonalize(matrices):
         return distribute_tensor(
             whole, matrices.device_mesh, matrices.placements, src_data_rank=None)
     if matrices.size(1) > matrices.size(2):
-        return orthogonalize(matrices.mT).mT  # so that x @ x.mT has the shorter side
+        return orthogonalize(matrices.mT).mT  # so that x @ x.mT is the smaller of the two products
     # This norm is the root of the sum of all s^2, so each singular value s is now at most 1. The
     # division is in float32, because in float16 a gradient of 1e-9 would be 0.
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-12)
     if x.is_cuda:
-        x = x.half()  # it has the range for what follows, and three more bits than bfloat16
+        x = x.half()  # float16: enough range from here on, three more mantissa bits than bfloat16
     elif torch.cpu._is_avx512_bf16_supported():
         x = x.bfloat16()
     # x is U S V^T and gram @ x is U S^3 V^T, so an iteration keeps U and V, and takes each s to
@@ -383,12 +384,12 @@ def muon_update(grads, momenta):
 class MuonAdamW(torch.optim.AdamW):
     """Muon for the matrices of the group "muon", and AdamW for the other parameters."""
 
-    BATCH = 16  # matrices per batch; more of them cost memory, but keep a GPU no busier
+    BATCH = 16  # matrices per batch; more would take memory without keeping a GPU any busier
 
     @torch.no_grad()
     def step(self, closure=None):
         if getattr(self, "found_inf", False):
-            return  # set by the gradient scaler, where a float16 gradient has overflowed
+            return  # set by the gradient scaler, if a float16 gradient has overflowed
         [muon] = [group for group in self.param_groups if group["name"] == "muon"]
         of_shape = {}
         for p in muon["params"]:
@@ -451,7 +452,7 @@ class DataLoaderLite:
 def evaluate(model, loader, n_sequences, autocast, rank, world_size):
     """The mean loss on the first sequences of a loader with B=1, in nats per token.
 
-    The ranks take turns with the sequences.
+    Each of n ranks evaluates every n-th sequence, and an all-reduce adds up their losses.
     """
     total = torch.zeros((), device=loader.device)
     model.eval()
@@ -500,7 +501,7 @@ class Checkpoints:
             self.folder_lock.acquire(timeout=0)
         except filelock.Timeout:
             sys.exit(f"error: --checkpoint-dir {self.folder}: in use by another run; give another")
-        except PermissionError:  # an OSError that says nothing about locks
+        except PermissionError:  # also an OSError, but it does not mean that the drive lacks locks
             raise
         except (OSError, NotImplementedError) as error:  # some network drives have no locks
             print(f"# WARNING: {self.folder} has no lock, so start no second run in it: {error}")
@@ -548,7 +549,7 @@ class Checkpoints:
                          " for a new run from it, give --pretrained and another --checkpoint-dir")
 
     def save(self, step, log):
-        """Write a checkpoint, and delete all but the newest two. Every rank must call this."""
+        """Write a checkpoint; keep the newest two. Every rank must call this."""
         whole, moments = gather(self.model, self.optimizer)
         if log is None:  # not on rank 0
             return
@@ -558,7 +559,7 @@ class Checkpoints:
         saved["optimizer"] = moments
         saved["scaler"] = self.scaler.state_dict()
         saved["run"] = self.run
-        # written aside, then renamed, so that no kill leaves half a file under this name
+        # written aside, then renamed, so that being killed leaves no half-written checkpoint
         partial = self.folder / "partial"
         try:
             self.folder.resolve().mkdir(parents=True, exist_ok=True)  # also if it was deleted
@@ -580,7 +581,7 @@ def last_step_at_max_lr(run):
 
 
 def get_lr(step, max_steps, max_lr, warmup_steps, decay_share):
-    """The learning rate of a step from 1 to max_steps; it would be 0 one step later."""
+    """The learning rate for `step`, from 1 to max_steps; at max_steps + 1 it would reach 0."""
     rise = step / max(1, warmup_steps)  # small steps while AdamW's averages hold few gradients
     # The rate stays at its peak until late, because large steps make most progress. But they also
     # keep the weights jumping around the minimum, and the fall ends that.
@@ -707,8 +708,8 @@ def shard(model, device):
 
 def gather(model, optimizer):
     """Gather the whole model and optimizer state in rank 0's memory. All ranks must call this."""
-    # If all steps were skipped, the optimizer's state is empty. get_state_dict can fill it, but
-    # only while there are no gradients.
+    # If the gradient scaler skipped every step, the optimizer has no state yet. get_state_dict then
+    # creates it, but only if no parameter has a gradient.
     optimizer.zero_grad(set_to_none=True)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
@@ -730,7 +731,7 @@ def compile_parts(model, mode):
 
 
 def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autocast):
-    """Take one step on the batches `numbers`; return their mean loss and the unclipped norm."""
+    """Take one step on the batches with these numbers; return mean loss and unclipped norm."""
     optimizer.zero_grad()
     loss = torch.zeros((), device=loader.device)
     for i in numbers:
@@ -741,7 +742,7 @@ def optimizer_step(model, optimizer, scaler, loader, numbers, world_size, autoca
         scaler.scale(micro_loss).backward()
         loss += micro_loss.detach()
         loader.prefetch(i + world_size)  # this rank's next batch, while the device is busy
-    scaler.unscale_(optimizer)  # the limit of 1.0 is for gradients without the scaler's factor
+    scaler.unscale_(optimizer)  # remove the scaler's factor, so that 1.0 limits the true norm
     # without clipping, one odd batch would dominate the running averages for many steps
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm before clipping
     if isinstance(norm, DTensor):
@@ -791,7 +792,7 @@ def train(args):
     if rank == 0:
         log = Log(args, model, loader, args.total_batch, PRECISION[amp_dtype],
                   append=step > 0, **notes)
-        if step > 0:  # log readers ignore later steps that were logged above this line
+        if step > 0:  # log readers discard what the earlier run logged after this step
             log.line(f"# resumed after step {step} of {args.steps}")
 
     steps_left = range(step + 1, args.steps + 1)
@@ -844,7 +845,7 @@ def train(args):
         time.sleep(0.5)  # so that gloo's threads end: one that outlives Python aborts the process
 
 
-# ---- the same in every rung: files, log, command line; to skip on a first reading ----------------
+# ---- the same in every rung: files, log, command line; skip this on a first reading --------------
 def load_tokens(folder, split, n_needed):
     """The memory-mapped tokens of "train" or "val", (n_tokens,), and the content of meta.json."""
     if folder == Path("data/tokens") and not folder.exists() and Path("data/prepare.py").exists():
@@ -896,7 +897,7 @@ def model_file(model, loader, step):
 
 
 def save_model(path, model, loader, step):
-    """Write the model's file, if a path is given, under a temporary name, and rename it."""
+    """Write the model to `path`, if given; under a temporary name until it is complete."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         partial = path.with_name(path.name + ".partial")
@@ -920,11 +921,11 @@ class Log:
 
     def __init__(self, args, model, loader, tokens_per_step, precision, append=False, **notes):
         self.device, self.tokens_per_step, self.seconds = args.device, tokens_per_step, []
-        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also a symlink's target
+        args.log_dir.resolve().mkdir(parents=True, exist_ok=True)  # also creates a symlink's target
         path = args.log_dir / f"{SCRIPT.stem}.log"
         if not append:
             set_aside(path)
-        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # each line at once
+        self.file = open(path, "a", 1, "utf-8", "backslashreplace")  # 1: flush after every line
         chip = torch.cuda.get_device_name() if self.device == "cuda" else self.device
         n_parameters = sum(p.numel() for p in model.parameters())
         self.line(f"# script: {SCRIPT.name}")
@@ -943,7 +944,7 @@ class Log:
             self.file.write(text + "\n")
         except OSError as error:  # a full disk must not end the run
             text += f" | not logged: {error}"
-        with contextlib.suppress(OSError, UnicodeError):  # nor must a closed pipe or an encoding
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be closed, or not Unicode
             print(text, flush=True)
 
     def step(self, step, loss, dt, **more):
