@@ -135,13 +135,13 @@ add("muon", "beyond/modern/1_muon.py", "Muon", before="validation",
     brings="orthogonalizes the updates of the blocks' matrices, which lowers the loss a lot")
 add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate", before="muon",
     may_change="add_flags get_lr set_learning_rates",
-    brings="holds the learning rate, then lowers it linearly, so you can choose a run's length late")
+    brings="holds the learning rate and lowers it only at the end, so you can set a run's length late")
 add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
     may_change="model_config rotary_angles rotate CausalSelfAttention.forward Block.forward GPT",
-    exports_to=None, brings="rotates queries and keys by position, instead of adding position embeddings")
+    exports_to=None, brings="rotates queries and keys by position instead of adding position embeddings")
 add("rmsnorm", "beyond/modern/4_rmsnorm.py", "RMSNorm, no biases", before="rope",
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT",
-    brings="replaces LayerNorm by RMSNorm and drops the biases")
+    brings="replaces LayerNorm with RMSNorm and drops the biases")
 add("qk_norm", "beyond/modern/5_qk_norm.py", "QK-norm", before="rmsnorm",
     may_change="CausalSelfAttention.__init__ CausalSelfAttention.forward GPT",
     brings="normalizes queries and keys, which bounds attention scores and lowers the loss")
@@ -155,7 +155,7 @@ add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections",
 add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
     may_change="add_flags to_float8 float8_product Float8Product Float8Linear use_float8 CausalSelfAttention.__init__ "
                "MLP.__init__ train",
-    has_floor=False, brings="multiplies the blocks' matrices in 8 bits, on Ada, Hopper or newer (not timed)")
+    has_floor=False, brings="multiplies the blocks' matrices in 8 bits, on Ada, Hopper and newer GPUs (not timed)")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", before="zero_init",
     may_change="GPT count_log_frequencies train",
     exports_to=None, brings="starts the logits at the tokens' log-frequencies, which may speed up the first steps")
@@ -177,14 +177,14 @@ add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoin
     same_losses=0.01, brings="keeps the model with the lowest validation loss")
 add("dropout", "beyond/small_text/3_dropout.py", "dropout", before="best_checkpoint",
     may_change="add_flags Block.__init__ Block.forward GPT.__init__ GPT.forward train",
-    brings="zeroes a tenth of the activations, which may lower the loss on a text that is read often")
+    brings="zeroes a tenth of the activations, which may help if a text is read many times")
 add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", before="dropout",
     may_change="document_mask CausalSelfAttention Block.forward GPT.__init__ GPT.forward train",
-    brings="attends only within a document")
+    brings="lets each token attend only to its own document")
 # A long run: any number of ranks, batches of any size, through crashes, in little memory.
 add("gradient_accumulation", "beyond/long_run/1_gradient_accumulation.py", "gradient accumulation", before="ddp",
     may_change="add_flags batches_per_step optimizer_step train",
-    brings="sums the gradients of micro-batches, so a large batch needs only a micro-batch's memory")
+    brings="sums the gradients of micro-batches, so a large batch needs no more memory than a small one")
 add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", before="gradient_accumulation",
     may_change="DataLoaderLite optimizer_step train",
     same_losses=0.01, brings="loads the next batch while the device works, so only the first step waits for data")
@@ -194,7 +194,7 @@ add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "va
 add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", before="distributed_validation",
     may_change="add_flags MAY_CHANGE Checkpoints train",
     same_losses=0.01,
-    brings="saves a run's whole state, so a crash costs only the steps since the last save")
+    brings="saves the whole state of a run, so a crash costs only the steps since then")
 add("preemption", "beyond/long_run/5_preemption.py", "preemption", before="checkpoints",
     may_change="imports Checkpoints.lock on_any_rank catch_signals train",
     same_losses=0.01, brings="saves a checkpoint on Ctrl-C or SIGTERM")
@@ -211,7 +211,7 @@ add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chun
 add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
     before=("chunked_cross_entropy", "zero_init"),
     may_change="imports add_flags GPT.__init__ GPT.forward Checkpoints.refuse_other_run last_step_at_max_lr train",
-    chunked=True, brings="trains the modern model on any number of cards, and resumes")
+    chunked=True, brings="trains the modern model on any number of cards, and survives interruptions")
 add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention",
     before="long_run",
     may_change="add_flags GPTConfig model_config CausalSelfAttention GPT.__init__",
@@ -219,7 +219,7 @@ add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "gr
 # Several cards.
 add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", before="long_run",
     may_change="GPT.configure_optimizers MuonAdamW.step ShardedMuonAdamW Checkpoints.save init_ranks train",
-    same_losses=0.01, torchrun=True, brings="divides moments and updates among the ranks, which saves memory")
+    same_losses=0.01, torchrun=True, brings="divides moments and updates among the cards, which saves memory")
 add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", before="long_run",
     may_change="imports GPT.__init__ GPT.forward orthogonalize evaluate Checkpoints.load Checkpoints.save shard gather "
                "compile_parts optimizer_step train",
@@ -234,7 +234,7 @@ add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream"
     brings="keeps the residual stream in bfloat16, which should cut memory traffic (computed)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
     may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
-    same_losses=0.01, brings="launches all kernels of a step with one call, which leaves fewer gaps")
+    same_losses=0.01, brings="launches all kernels of a step with one call, which leaves fewer gaps between them")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
     brings="halves the number of heads and doubles their width, so softmax computes half as many exponentials")
@@ -242,7 +242,7 @@ add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128"
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT.__init__ GPT._init_weights "
                "GPT.configure_optimizers",
     exports_to=None,
-    brings="removes the biases of linear layers and LayerNorms, which saves kernels and traffic (computed)")
+    brings="removes all biases, which saves kernels and memory traffic (computed)")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 PEER = "peer_transformers"  # the one that needs no file fetched
