@@ -135,7 +135,7 @@ add("muon", "beyond/modern/1_muon.py", "Muon", before="validation",
     brings="orthogonalizes the updates of the blocks' matrices, which lowers the loss a lot")
 add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate", before="muon",
     may_change="add_flags get_lr set_learning_rates",
-    brings="holds the learning rate and lowers it only at the end, so you can set a run's length late")
+    brings="holds the learning rate, then lowers it linearly, so you can set a run's length late")
 add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
     may_change="model_config rotary_angles rotate CausalSelfAttention.forward Block.forward GPT",
     exports_to=None, brings="rotates queries and keys by position instead of adding position embeddings")
