@@ -158,7 +158,7 @@ add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
     has_floor=False, brings="multiplies the blocks' matrices in 8 bits, on Ada, Hopper and newer GPUs (not timed)")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", before="zero_init",
     may_change="GPT count_log_frequencies train",
-    exports_to=None, brings="starts the logits at the tokens' log-frequencies, which may speed up the first steps")
+    exports_to=None, brings="starts the logits at the tokens' log-frequencies, which may give a faster start")
 add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embeddings", before="frequency_prior",
     may_change="GPTConfig GPT.__init__ GPT.forward GPT.configure_optimizers",
     brings="adds embeddings of the last two and three tokens, which may lower the loss on bytes")
