@@ -63,7 +63,7 @@ def races_picture(reports):
         bars = [race_bar(row, refuted_in(report)) for row in table.itertuples()]
         panels.append(Panel("nats; negative is better", bars, title=above))
     machines = "; ".join(dict.fromkeys(machine_of(report) for report in reports))
-    caption = ("Means over the seeds. Lines: 99 % intervals that hold for all rows at once. Grey: not significant. "
+    caption = ("Means over the seeds. Lines: 99 % intervals that hold for all rows at once. Gray: not significant. "
                f"Trained on {machines}.")
     return Picture("How each script changes the validation loss", caption, 1.8 + 0.28 * len(rows), panels, rows)
 
