@@ -135,7 +135,7 @@ add("muon", "beyond/modern/1_muon.py", "Muon", before="validation",
     brings="orthogonalizes the updates of the blocks' matrices, which lowers the loss a lot")
 add("trapezoid_lr", "beyond/modern/2_trapezoid_lr.py", "trapezoid learning rate", before="muon",
     may_change="add_flags get_lr set_learning_rates",
-    brings="holds the learning rate, then lowers it linearly, so you can set a run's length late")
+    brings="holds the learning rate, then lowers it linearly, so you need not fix a run's length in advance")
 add("rope", "beyond/modern/3_rope.py", "RoPE", before="trapezoid_lr",
     may_change="model_config rotary_angles rotate CausalSelfAttention.forward Block.forward GPT",
     exports_to=None, brings="rotates queries and keys by position instead of adding position embeddings")
@@ -150,34 +150,35 @@ add("swiglu", "beyond/modern/6_swiglu.py", "SwiGLU", before="qk_norm",
     exports_to="qwen3", brings="adds a gate to the MLP, as in Qwen3")
 add("zero_init", "beyond/modern/7_zero_init.py", "zero-initialized projections", before="swiglu",
     may_change="GPT._init_weights",
-    brings="starts the last layer of each residual branch at zero")
+    brings="initializes the last layer of each residual branch to zero")
 # What starts from the modern model: larger models, past Qwen3, a wide model's rates, a small model's vocabulary.
 add("fp8", "beyond/modern/fp8.py", "FP8", before="zero_init",
     may_change="add_flags to_float8 float8_product Float8Product Float8Linear use_float8 CausalSelfAttention.__init__ "
                "MLP.__init__ train",
-    has_floor=False, brings="multiplies the blocks' matrices in 8 bits, on Ada, Hopper and newer GPUs (not timed)")
+    has_floor=False,
+    brings="computes the blocks' matrix products in 8 bits, on Ada, Hopper and newer GPUs (not timed)")
 add("frequency_prior", "beyond/modern/frequency_prior.py", "frequency prior", before="zero_init",
     may_change="GPT count_log_frequencies train",
     exports_to=None, brings="starts the logits at the tokens' log-frequencies, which may give a faster start")
 add("ngram_embeddings", "beyond/modern/ngram_embeddings.py", "hashed n-gram embeddings", before="frequency_prior",
     may_change="GPTConfig GPT.__init__ GPT.forward GPT.configure_optimizers",
-    brings="adds embeddings of the last two and three tokens, which may lower the loss on bytes")
+    brings="adds embeddings of the last two and three tokens, which may lower the loss on byte tokens")
 add("mup", "beyond/modern/mup.py", "muP", before="zero_init",
     may_change="BASE_WIDTH GPT.__init__ GPT.forward muon_update",
-    brings="scales logits and Muon's updates with the width, so a narrow model's learning rates might fit a wide one")
+    brings="scales logits and Muon's updates with the width, so a narrow model's learning rates may suit a wide one")
 add("sampled_softmax", "beyond/modern/sampled_softmax.py", "sampled softmax", before="zero_init",
     may_change="EXTRA_ROWS GPT.forward GPT.sampled_loss",
-    brings="computes the logits of a sample of the vocabulary, so a small model reaches a lower loss in the same time")
+    brings="computes only a sample of the logits, so a small model reaches a lower loss in the same time")
 # A model worth keeping from a small text.
 add("shuffled_windows", "beyond/small_text/1_shuffled_windows.py", "shuffled windows", before="zero_init",
     may_change="DataLoaderLite train",
-    brings="reads the text in a new order in each epoch, which may lower the loss")
+    brings="reads the text in a new order each epoch, which may lower the loss")
 add("best_checkpoint", "beyond/small_text/2_best_checkpoint.py", "best checkpoint", before="shuffled_windows",
     may_change="add_flags Best train",
     same_losses=0.01, brings="keeps the model with the lowest validation loss")
 add("dropout", "beyond/small_text/3_dropout.py", "dropout", before="best_checkpoint",
     may_change="add_flags Block.__init__ Block.forward GPT.__init__ GPT.forward train",
-    brings="zeroes a tenth of the activations, which may help if a text is read many times")
+    brings="zeroes a tenth of the activations, which may help if a text is read often")
 add("documents_apart", "beyond/small_text/4_documents_apart.py", "documents apart", before="dropout",
     may_change="document_mask CausalSelfAttention Block.forward GPT.__init__ GPT.forward train",
     brings="lets each token attend only to its own document")
@@ -190,14 +191,14 @@ add("prefetch", "beyond/long_run/2_prefetch.py", "prefetch", before="gradient_ac
     same_losses=0.01, brings="loads the next batch while the device works, so only the first step waits for data")
 add("distributed_validation", "beyond/long_run/3_distributed_validation.py", "validation", before="prefetch",
     may_change="add_flags DataLoaderLite evaluate train",
-    same_losses=0.01, brings="measures the loss on held-out text, on all ranks")
+    same_losses=0.01, brings="measures the loss on held-out text, using all ranks")
 add("checkpoints", "beyond/long_run/4_checkpoints.py", "checkpoint and resume", before="distributed_validation",
     may_change="add_flags MAY_CHANGE Checkpoints train",
     same_losses=0.01,
-    brings="saves the whole state of a run, so a crash costs only the steps since then")
+    brings="saves a run's whole state, so a crash costs only the steps since the last checkpoint")
 add("preemption", "beyond/long_run/5_preemption.py", "preemption", before="checkpoints",
     may_change="imports Checkpoints.lock on_any_rank catch_signals train",
-    same_losses=0.01, brings="saves a checkpoint on Ctrl-C or SIGTERM")
+    same_losses=0.01, brings="saves a checkpoint when Ctrl-C or SIGTERM ends the run")
 add("gradient_checkpointing", "beyond/long_run/6_gradient_checkpointing.py", "gradient checkpointing",
     before="preemption",
     may_change="imports add_flags MAY_CHANGE GPT.__init__ GPT.forward train",
@@ -211,15 +212,17 @@ add("chunked_cross_entropy", "beyond/long_run/7_chunked_cross_entropy.py", "chun
 add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
     before=("chunked_cross_entropy", "zero_init"),
     may_change="imports add_flags GPT.__init__ GPT.forward Checkpoints.refuse_other_run last_step_at_max_lr train",
-    chunked=True, brings="trains the modern model on any number of cards, and survives interruptions")
+    chunked=True,
+    brings="trains the modern model on one card or several (untested), and survives interruptions")
 add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention",
     before="long_run",
     may_change="add_flags GPTConfig model_config CausalSelfAttention GPT.__init__",
-    has_mfu=False, brings="shares keys and values among query heads, as in Qwen3, which shrinks the KV cache")
+    has_mfu=False, brings="lets query heads share keys and values, as in Qwen3, which shrinks the KV cache")
 # Several cards.
 add("sharded_optimizer", "beyond/several_cards/sharded_optimizer.py", "sharded optimizer", before="long_run",
     may_change="GPT.configure_optimizers MuonAdamW.step ShardedMuonAdamW Checkpoints.save init_ranks train",
-    same_losses=0.01, torchrun=True, brings="divides moments and updates among the cards, which saves memory")
+    same_losses=0.01, torchrun=True,
+    brings="divides moments and updates among the cards, which saves memory")
 add("fsdp", "beyond/several_cards/fsdp.py", "FSDP", before="long_run",
     may_change="imports GPT.__init__ GPT.forward orthogonalize evaluate Checkpoints.load Checkpoints.save shard gather "
                "compile_parts optimizer_step train",
@@ -231,10 +234,10 @@ add("sharded_checkpoint", "beyond/several_cards/sharded_checkpoint.py", "sharded
 add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream", before="10",
     may_change="GPT.forward",
     same_losses=0.1, memory=(32, 4, 0),
-    brings="keeps the residual stream in bfloat16, which should cut memory traffic (computed)")
+    brings="keeps the residual stream in bfloat16, which should cut memory traffic (an estimate)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
     may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
-    same_losses=0.01, brings="launches all kernels of a step with one call, which leaves fewer gaps between them")
+    same_losses=0.01, brings="launches a step's kernels with one call, which leaves fewer gaps")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
     brings="halves the number of heads and doubles their width, so softmax computes half as many exponentials")
@@ -242,7 +245,7 @@ add("no_biases", "beyond/gpu/4_no_biases.py", "no biases", before="heads_of_128"
     may_change="CausalSelfAttention.__init__ MLP.__init__ Block.__init__ GPT.__init__ GPT._init_weights "
                "GPT.configure_optimizers",
     exports_to=None,
-    brings="removes all biases, which saves kernels and memory traffic (computed)")
+    brings="removes all biases, which should save kernels and memory traffic (an estimate)")
 
 BY_NAME = {rung.name: rung for rung in RUNGS}
 PEER = "peer_transformers"  # the one that needs no file fetched
