@@ -237,7 +237,7 @@ add("bf16_residual", "beyond/gpu/1_bf16_residual.py", "bfloat16 residual stream"
     brings="keeps the residual stream in bfloat16, which should cut memory traffic (an estimate)")
 add("cuda_graphs", "beyond/gpu/2_cuda_graphs.py", "CUDA graphs", before="bf16_residual",
     may_change="imports add_flags GPT.configure_optimizers optimizer_step has_graphs GraphedStep train",
-    same_losses=0.01, brings="launches a step's kernels with one call, which leaves fewer gaps")
+    same_losses=0.01, brings="launches a step's kernels with one call, which leaves fewer gaps between them")
 add("heads_of_128", "beyond/gpu/3_heads_of_128.py", "heads of 128", before="cuda_graphs",
     may_change="MODELS GPTConfig",
     brings="halves the number of heads and doubles their width, so softmax computes half as many exponentials")
