@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ladder.show.columns import texts_of
 
-WRAPPED = 16  # characters that are left of a column of words, which wraps
+WRAPPED = 18  # characters that are left of a column of words, which wraps
 console = Console(highlight=False, markup=False)
 messages = Console(highlight=False, markup=False, stderr=True)  # not the answer: stdout belongs to --json and --csv
 

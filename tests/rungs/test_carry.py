@@ -120,7 +120,7 @@ def test_other_branches_get_a_fix_that_stops_in_one(repository):
 @pytest.mark.parametrize("label, fix", [
     ("prefetch", ("(i % self.n_batches) * self.B * self.T", "i % self.n_batches * self.B * self.T")),  # the first's
     ("swiglu", ("F.silu(self.gate_proj(x))", "F.silu(self.gate_proj.forward(x))")),  # the second's
-    ("0", ("written by --save", "made by --save")),  # of both
+    ("0", ("start from a model written by --save", "start from a model made by --save")),  # of both
     ("distributed_validation",
      ("range(first + rank, first + n_batches", "range(rank + first, first + n_batches")),  # of neither
     ("muon", ("rate for Muon\"", "rate of Muon\"")),  # in another, beside a flag that the other has not
