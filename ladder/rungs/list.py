@@ -213,7 +213,7 @@ add("long_run", "beyond/long_run/long_run.py", "a modern model, a long run",
     before=("chunked_cross_entropy", "zero_init"),
     may_change="imports add_flags GPT.__init__ GPT.forward Checkpoints.refuse_other_run last_step_at_max_lr train",
     chunked=True,
-    brings="trains the modern model on one card or several (untested), and survives interruptions")
+    brings="trains the modern model on one GPU, or on several (untested), and survives interruptions")
 add("grouped_query_attention", "beyond/long_run/grouped_query_attention.py", "grouped-query attention",
     before="long_run",
     may_change="add_flags GPTConfig model_config CausalSelfAttention GPT.__init__",
