@@ -74,7 +74,7 @@ def test_frequency_prior_at_first_the_model_is_zero_inits(label):
     old, new = tiny("zero_init"), tiny(label)
     new.lm_head.weight.copy_(old.lm_head.weight)
     for model in (old, new):
-        for block in model.transformer.h:  # they start at zero, too, and would hide the blocks
+        for block in model.transformer.h:  # these also start at zero, and would hide the blocks
             torch.nn.init.normal_(block.attn.c_proj.weight, generator=torch.Generator().manual_seed(1))
     before = new(IDS)
     assert torch.equal(old(IDS), before)
