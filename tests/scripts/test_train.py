@@ -81,9 +81,9 @@ def short_run(tmp_path_factory, byte_tokens):
 
 BFLOAT16_TOLERANCE = 0.01  # it keeps 8 bits: each activation is off by up to 0.2 %, and so is a loss of about 5.6
 
-# The list of rungs says which of them keep the losses of the rung before. In an eager run on a CPU these also do: it has
-# one rank and one micro-step; float8 needs a GPU; nothing is dropped, and the text is one document; long_run learns as
-# zero_init does, and so does sampled_softmax, which draws all 257 rows.
+# The list of rungs says which of them keep the losses of the rung before. In an eager run on a CPU these also do, for
+# it has one rank and one micro-step; float8 needs a GPU; nothing is dropped, and the text is one document; long_run
+# learns as zero_init does, and so does sampled_softmax, which draws all 257 rows.
 ALIKE_HERE = ["10", "ddp", "gradient_accumulation", "fp8", "dropout", "documents_apart", "long_run", "fsdp",
               "sampled_softmax"]
 # Or the decay differs (0.1, not torch's 0.01), by at most 2e-4 of a weight a step.
